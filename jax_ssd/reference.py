@@ -129,7 +129,7 @@ def _float64(tree) -> Any:
     return jax.tree.map(lambda a: jnp.asarray(a).astype(jnp.float64), tree)
 
 
-def _int64(array):
+def _int64(array) -> Any:
     return None if array is None else jnp.asarray(array).astype(jnp.int64)
 
 

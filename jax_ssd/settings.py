@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import os
+from types import ModuleType
 
 from jax_ssd.problem import ScanProblem, UpdateProblem
 
@@ -31,6 +34,9 @@ def xla_block_chunks(chunk_size: int, num_chunks: int) -> int:
 # Triton scan.
 
 _TRITON_CHUNKS = (16, 32, 64)
+# An H200's, where a device does not say.
+_MULTIPROCESSORS = 132
+_SHARED_MEMORY = 232448
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +51,7 @@ class TritonScanTile:
     segment: int
     state_warps: int
     state_stages: int
+    touch: bool = False
 
     def __post_init__(self) -> None:
         reason = triton_scan_reason(self)
@@ -63,25 +70,43 @@ def triton_scan_reason(tile: TritonScanTile) -> str | None:
     return None
 
 
-def triton_scan_tile(problem: ScanProblem, multiprocessors: int) -> TritonScanTile:
-    """The tile for a problem: a function of shapes and the number of multiprocessors."""
+def triton_scan_shared_memory(tile: TritonScanTile, itemsize: int, gated: bool) -> int:
+    """Bytes that the walk takes at most: its pipelined inputs and the state as an operand."""
+    ahead = max(tile.num_stages - 1, 1)
+    per_chunk = tile.chunk * itemsize
+    shared = (ahead + (not tile.touch)) * 2 * per_chunk * tile.columns
+    return shared + ahead * (per_chunk * tile.rows * (1 + gated) + 6 * 4 * tile.chunk) + tile.columns * tile.rows * itemsize
+
+
+def triton_scan_tile(
+    problem: ScanProblem, multiprocessors: int | None, shared_memory: int | None = None
+) -> TritonScanTile | None:
+    """The tile for a problem, a function of shapes and the GPU's size; None where none fits its shared memory."""
     sizes = problem.sizes
-    columns = max(16, next_power_of_two(sizes.dstate))
-    rows = min(64, max(16, next_power_of_two(sizes.headdim)))
-    chunk = 64 if problem.dtype != "float32" else 32
+    itemsize = 4 if problem.dtype == "float32" else 2
+    largest = _TRITON_CHUNKS[-1] if itemsize == 2 else 32
     if problem.chunk_size is not None:
-        chunk = max(size for size in _TRITON_CHUNKS if size <= max(problem.chunk_size, _TRITON_CHUNKS[0]))
+        largest = min(largest, max(problem.chunk_size, _TRITON_CHUNKS[0]))
+    rows = min(64, max(16, next_power_of_two(sizes.headdim)))
+    columns = max(16, next_power_of_two(sizes.dstate))
     programs = sizes.num_heads * -(-sizes.headdim // rows)
-    return TritonScanTile(
-        chunk=chunk,
-        rows=rows,
-        columns=columns,
-        num_warps=8 if columns > 128 else 4,
-        num_stages=2,
-        segment=_segment(problem, programs, multiprocessors),
-        state_warps=4,
-        state_stages=3,
-    )
+    segment = _segment(problem, programs, multiprocessors or _MULTIPROCESSORS)
+    for chunk in reversed([size for size in _TRITON_CHUNKS if size <= largest]):
+        for stages, touch in ((3, itemsize == 2), (2, False), (1, False)):
+            tile = TritonScanTile(
+                chunk=chunk,
+                rows=rows,
+                columns=columns,
+                num_warps=8 if columns > 128 else 4,
+                num_stages=stages,
+                segment=segment,
+                state_warps=4,
+                state_stages=stages,
+                touch=touch,
+            )
+            if triton_scan_shared_memory(tile, itemsize, problem.present.z) <= (shared_memory or _SHARED_MEMORY):
+                return tile
+    return None
 
 
 def _segment(problem: ScanProblem, programs: int, multiprocessors: int) -> int:
@@ -144,5 +169,18 @@ def triton_update_tile(problem: UpdateProblem) -> TritonUpdateTile:
     columns = min(64, sizes.dstate & -sizes.dstate)
     if columns < 32:  # few columns divide dstate: mask the last block instead
         columns = 64 if sizes.dstate > 32 else 32
+    if problem.ring_size is not None:
+        return TritonUpdateTile(rows=min(64, next_power_of_two(sizes.headdim)), tiles=1, columns=columns, num_warps=4)
     rows = 16
     return TritonUpdateTile(rows=rows, tiles=2, columns=columns, num_warps=rows * columns // 256)
+
+
+def jax_triton() -> ModuleType:
+    """The jax_triton package. Importing it empties TRITON_CACHE_DIR, which breaks kernels that torch launches: undone."""
+    kept = os.environ.get("TRITON_CACHE_DIR")
+    module = importlib.import_module("jax_triton")
+    if kept is None:
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    else:
+        os.environ["TRITON_CACHE_DIR"] = kept
+    return module
