@@ -74,7 +74,7 @@ def fold(states: Array, ring: Tokens, A: Array, count: Array) -> Array:
     exponents = dt * A
     # Sums of what comes after each token, so that no digits are lost in differences.
     after = jnp.flip(jnp.cumsum(jnp.flip(exponents, 1), axis=1), 1)
-    weight = dt * jnp.exp(after - exponents)
+    weight = dt * jnp.exp(jnp.minimum(after - exponents, 0))
     weighted = (ring.x.astype(dtype) * weight[..., None]).reshape(batch, ring_size, groups, -1, headdim)
     added = jnp.einsum("brgqp,brgn->bgqpn", weighted, ring.B.astype(dtype), precision=lax.Precision.HIGHEST)
     total = jnp.exp(jnp.sum(exponents, axis=1))

@@ -45,6 +45,15 @@ def not_above_zero(difference: Array) -> Array:
     return difference - lax.stop_gradient(jnp.maximum(difference, 0))
 
 
+def sums_between(later: Array, earlier: Array, apart: Array) -> Array:
+    """Sums of dt * A between two rows, 0 where they are one row.
+
+    There the difference is 0 whatever the sums are. Its two large cotangents would cancel only up to rounding, which
+    can exceed the whole gradient of A.
+    """
+    return jnp.where(apart, not_above_zero(later - earlier), 0)
+
+
 def masked_exp(mask: Array | None, exponent: Array) -> Array:
     """exp where the mask is set, else 0 with a gradient of 0."""
     return jnp.exp(exponent if mask is None else jnp.where(mask, exponent, -jnp.inf))
@@ -68,7 +77,8 @@ def same_document(left: Array, right: Array) -> Array:
 def leaving_contribution(x: Array, dt: Array, B: Array, sums: Array, kept: Array | None) -> Array:
     """sum_m exp(sums_last - sums_m) dt_m x_m B_m^T: (c,m,h,p), (c,m,h), (c,m,g,n), (c,h,m) -> (c,h,p,n)."""
     mask = None if kept is None else kept[:, None, :]
-    weight = masked_exp(mask, not_above_zero(sums[..., -1:] - sums)) * dt.swapaxes(1, 2)
+    apart = jnp.arange(sums.shape[-1]) < sums.shape[-1] - 1
+    weight = masked_exp(mask, sums_between(sums[..., -1:], sums, apart)) * dt.swapaxes(1, 2)
     weighted = _grouped(x * weight.swapaxes(1, 2)[..., None], B.shape[2])
     states = jnp.einsum("cmgrp,cmgn->cgrpn", weighted, B, precision=PRECISION)
     return states.reshape(states.shape[0], -1, *states.shape[3:])
@@ -109,9 +119,10 @@ def _within(x: Array, dt: Array, B: Array, C: Array, sums: Array, document: Arra
     """sum_{m<=l} exp(sums_l - sums_m) dt_m (C_l . B_m) x_m -> (c,l,h,p)."""
     length, groups = x.shape[1], B.shape[2]
     mask = jnp.tril(jnp.ones((length, length), jnp.bool_))
+    apart = jnp.tril(mask, -1)
     if document is not None:
         mask = (mask & same_document(document, document))[:, None]
-    decay = masked_exp(mask, not_above_zero(sums[..., :, None] - sums[..., None, :]))
+    decay = masked_exp(mask, sums_between(sums[..., :, None], sums[..., None, :], apart))
     scores = jnp.einsum("clgn,cmgn->cglm", C, B, precision=PRECISION)
     weights = (decay * dt.swapaxes(1, 2)[..., None, :]).reshape(x.shape[0], groups, -1, length, length)
     weights = weights * scores[:, :, None]
