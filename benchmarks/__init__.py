@@ -1,0 +1,1 @@
+"""Benchmarks: correctness first, then medians beside other libraries in one run."""
