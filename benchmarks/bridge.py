@@ -1,15 +1,17 @@
 """Host time of calling JAX from PyTorch: bridge.torch_call, the public DLPack functions, jax2torch and torchax.
 
-    python -m benchmarks.bridge [--device cpu|cuda] [--output FILE]
+    python -m benchmarks.bridge [--device cpu|cuda] [--output FILE] [--breakdown]
 
 Every path first has to give the right result and gradients; one that is missing or wrong gets its reason instead of a
 figure. Paths take turns, so that a busy moment hits all of them. On a GPU the queue is drained between samples and not
-within one: the figure is what the host pays to issue a call.
+within one: the figure is what the host pays to issue a call. `--breakdown` times the steps of a call instead.
 """
 
 import argparse
 import datetime
+import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -18,15 +20,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# JAX would leave torch a quarter of a GPU; read when JAX first looks for devices.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import jax
 import jax.dlpack
 import jax.numpy as jnp
 import torch
 
+from benchmarks.bridge_steps import breakdown
 from bridge import torch_call, wrap
+from bridge.streams import endpoint
 
 ROOT = Path(__file__).parents[1]
-CALLS, SAMPLES = 50, 60
+CALLS, SAMPLES, WARM = 50, 60, 3
+SECONDS = 6.0  # a case stops sampling then
+BUSY = 200_000_000  # cycles, some 110 ms: more than a sample takes
 SHAPE = (8, 8)
 FIGURES = "{median_us:9.1f} median {least_us:9.1f} least {to_public:7.3f} of public"
 
@@ -42,15 +51,24 @@ class Route(NamedTuple):
 
 
 class Case(NamedTuple):
+    """Calls on the same tensors, while a GPU is idle but for them.
+
+    `unseen`: on tensors at addresses that the bridge has not met. `busy`: behind work that outlasts the sample.
+    """
+
     name: str
-    parameters: int
-    backward: bool
+    parameters: int = 0
+    backward: bool = False
+    unseen: bool = False
+    busy: bool = False
 
 
 CASES = (
-    Case("7 in, 2 out", parameters=0, backward=False),
-    Case("7 in (4 parameters), 2 out", parameters=4, backward=False),
-    Case("7 in, 2 out, and backward", parameters=0, backward=True),
+    Case("7 in, 2 out"),
+    Case("7 in, 2 out, behind other work", busy=True),
+    Case("7 in (4 parameters), 2 out", parameters=4),
+    Case("7 in at new addresses, 2 out", unseen=True),
+    Case("7 in, 2 out, and backward", backward=True),
 )
 
 
@@ -132,6 +150,9 @@ def tensors_of(case: Case, device: str) -> list[torch.Tensor]:
 
 
 def action_of(call: Callable, case: Case, tensors: list[torch.Tensor]) -> Callable[[], Any]:
+    if case.unseen:
+        several = itertools.cycle([[one.clone() for one in tensors] for _ in range(CALLS)])
+        return lambda: call(*next(several))
     if not case.backward:
         return lambda: call(*tensors)
     cotangents = [torch.ones(SHAPE, device=tensors[0].device) for _ in range(2)]
@@ -154,19 +175,26 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
 
 
-def measure(actions: dict[str, Callable[[], Any]], device: str) -> dict[str, list[float]]:
+def measure(actions: dict[str, Callable[[], Any]], case: Case, device: str) -> dict[str, list[float]]:
     """Microseconds a call, one figure a sample, the paths taking turns."""
     samples: dict[str, list[float]] = {name: [] for name in actions}
-    for i in range(SAMPLES + 3):
+    where, began = endpoint(torch.device(device, 0) if device == "cuda" else torch.device(device)), time.perf_counter()
+    for i in range(SAMPLES + WARM):
         for name, action in actions.items():
+            if case.unseen:
+                where.forget()
+            if case.busy and device == "cuda":
+                torch.cuda._sleep(BUSY)
             start = time.perf_counter()
             for _ in range(CALLS):
                 action()
             elapsed = (time.perf_counter() - start) / CALLS * 1e6
             if device == "cuda":
                 torch.cuda.synchronize()
-            if i >= 3:
+            if i >= WARM:
                 samples[name].append(elapsed)
+        if i > WARM and time.perf_counter() - began > SECONDS:
+            break
     return samples
 
 
@@ -186,7 +214,7 @@ def run(case: Case, device: str) -> list[dict[str, Any]]:
             actions[route.name] = action_of(call, case, tensors_of(case, device))
         else:
             rows.append({"path": route.name, "reason": reason})
-    samples = measure(actions, device)
+    samples = measure(actions, case, device)
     base = statistics.median(samples["public DLPack"]) if "public DLPack" in samples else None
     measured = [
         {
@@ -216,7 +244,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--breakdown", action="store_true")
     arguments = parser.parse_args()
+    if arguments.breakdown:
+        for step, least, median in breakdown(two_of_seven, tensors_of(CASES[0], arguments.device)):
+            print(f"  {step:58s} {least:8.2f} least {median:8.2f} median")
+        return
     output = arguments.output or ROOT / "benchmarks" / "results" / f"bridge_{arguments.device}.jsonl"
     output.parent.mkdir(parents=True, exist_ok=True)
     jnp.zeros(1).block_until_ready()

@@ -54,7 +54,8 @@ class Pullback(torch.autograd.Function):
         residuals = [ready(next(saved), "saved tensor") if other is None else other for other in others]
         given = [None if one is None else ready(one.contiguous(), "gradient") for one in cotangents]
         order = where.enter()
-        gradients = program.backward(import_values(residuals, where, order), import_values(given, where, order))
+        arrays = import_values([*residuals, *given], where, order, borrowed=True)
+        gradients = program.backward(arrays[: len(residuals)], arrays[len(residuals) :])
         return tuple([where.give(gradient, order) for gradient in gradients])
 
     @staticmethod

@@ -13,6 +13,7 @@ from bridge.compiled import call_in_graph
 from bridge.constants import constant_imports
 from bridge.invocation import Call
 from bridge.program import MAX_PROGRAMS, CacheInfo, ProgramCache
+from bridge.streams import open_endpoints
 
 _shared = ProgramCache(MAX_PROGRAMS)
 
@@ -86,9 +87,11 @@ def cache_info() -> CacheInfo:
 
 
 def cache_clear() -> None:
-    """Drops the programs that `torch_call` keeps, and the imports of parameters."""
+    """Drops the programs that `torch_call` keeps, and imports that are kept between calls."""
     _shared.clear()
     constant_imports.clear()
+    for found in list(open_endpoints.values()):
+        found.forget()
 
 
 def _check(fn: Callable) -> None:

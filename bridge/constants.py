@@ -1,4 +1,4 @@
-"""Parameters imported once: cached until their memory, version, shape or strides change."""
+"""Imports for a call. On a CPU parameters are imported once: until their memory, version, shape or strides change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from bridge.streams import Endpoint
+from bridge.streams import Endpoint, Host
 
 
 class _Import(NamedTuple):
@@ -38,6 +38,7 @@ class ConstantImports:
             and entry.version == parameter._version
             and entry.shape == parameter.shape
             and entry.strides == parameter.stride()
+            and not entry.array.is_deleted()
         ):
             return entry.array
         return None
@@ -61,27 +62,22 @@ class ConstantImports:
 constant_imports = ConstantImports()
 
 
-def import_values(values: list[Any], where: Endpoint, order: Any) -> list[Any]:
-    """JAX arrays for the tensors among values that conform; the others as they are."""
-    imported: list[Any] = []
-    cached: list[int] = []
-    fresh = False
-    take = where.take
-    for value in values:
-        if type(value) is torch.nn.Parameter:
-            array = constant_imports.get(value)
-            if array is None:
-                fresh = True
-                array = take(value, order)
-                constant_imports.put(value, array)
-            else:
-                cached.append(len(imported))
-            imported.append(array)
-        elif isinstance(value, torch.Tensor):
-            fresh = True
-            imported.append(take(value, order))
-        else:
-            imported.append(value)
-    if cached and not fresh:  # something has to make the program wait for the caller's stream
-        imported[cached[0]] = take(values[cached[0]], order)
-    return imported
+def import_values(values: list[Any], where: Endpoint, order: Any, *, borrowed: bool) -> list[Any]:
+    """JAX arrays for the tensors among values that conform; the others as they are.
+
+    Borrowed ones serve a program with results, and no longer than until those are given.
+    """
+    if borrowed and where.borrows:
+        return where.borrow(values, order)
+    kept = constant_imports if isinstance(where, Host) else None
+    return [_imported(value, where, order, kept) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _imported(tensor: torch.Tensor, where: Endpoint, order: Any, kept: ConstantImports | None) -> jax.Array:
+    if kept is None or type(tensor) is not torch.nn.Parameter:
+        return where.take(tensor, order)
+    array = kept.get(tensor)
+    if array is None:
+        array = where.take(tensor, order)
+        kept.put(tensor, array)
+    return array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import torch
@@ -37,14 +37,14 @@ class Call:
         where = self.endpoint()
         where.check()
         signature = self._prepare(where)
+        key = (self._fn, self._treedef, wanted, where, trace_context(), signature)
+        program = programs if isinstance(programs, Program) else programs.find(key)
         order = where.enter()
-        values = import_values(self.sent, where, order)
-        if isinstance(programs, Program):
-            self.program = programs
-        else:
-            key = (self._fn, self._treedef, wanted, where, trace_context(), signature)
-            self.program = programs.find(key) or programs.add(key, lambda: self.trace(values, wanted, where))
-        return [where.give(array, order) for array in self.program.forward(values)]
+        values = import_values(self.sent, where, order, borrowed=program is not None and bool(program.shapes))
+        if program is None:
+            program = cast(ProgramCache, programs).add(key, lambda: self.trace(values, wanted, where))
+        self.program = program
+        return [where.give(array, order) for array in program.forward(values)]
 
     def results(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What the function returns; residuals, which stand last, are left out."""

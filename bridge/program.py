@@ -101,7 +101,7 @@ class Program:
                 if self._forward is None:
                     function = _picked(jax.extend.core.jaxpr_as_fun(self._jaxpr), self._kept)
                     with jax.default_device(self.where.jax_device):
-                        self._forward = jax.jit(function).lower(*values).compile()
+                        self._forward = _compiled(function, *values)
                     self._jaxpr = None
         return self._forward(*values)
 
@@ -181,8 +181,13 @@ class Program:
         with self._lock:
             if given not in self._backward:
                 with jax.default_device(self.where.jax_device):
-                    self._backward[given] = jax.jit(pull).lower(residuals, present).compile()
+                    self._backward[given] = _compiled(pull, residuals, present)
             return self._backward[given]
+
+
+def _compiled(function: Callable, *values: Any) -> Any:
+    # An argument that nothing reads may be the one that makes the program wait for the caller's stream.
+    return jax.jit(function, keep_unused=True).lower(*values).compile()
 
 
 def _key_impl(array: Any) -> Any:

@@ -7,17 +7,19 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import torch
 
-from bridge.dlpack import ALIGNMENT, JaxDevice, export_array, import_tensor
+from bridge.dlpack import ALIGNMENT, CAN_ALIAS, JaxDevice, export_array, import_tensor
+from bridge.views import Views
 
 # Of the device's memory: below this share either framework is said to starve.
 STARVING = 0.3
 
-Order = Any  # what a call is ordered on: the caller's stream on a GPU, None on a CPU
+Order = Any  # what a call is ordered on: CudaOrder on a GPU, None on a CPU
 
 
 class Endpoint:
@@ -26,6 +28,7 @@ class Endpoint:
     device: torch.device
     jax_device: JaxDevice
     alignment: int
+    borrows = False  # whether there are arrays that do not keep a tensor's memory alive
 
     def check(self) -> None:
         """Refuses what no call can be made in, before anything is launched."""
@@ -36,6 +39,13 @@ class Endpoint:
     def take(self, tensor: torch.Tensor, order: Order) -> jax.Array:
         """The tensor's memory as a JAX array."""
         raise NotImplementedError
+
+    def borrow(self, values: list[Any], order: Order) -> list[Any]:
+        """The tensors among values as such arrays, for a program whose results will be given."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drops what is kept between calls to make imports cheap."""
 
     def give(self, array: jax.Array, order: Order) -> torch.Tensor:
         """The array's memory as a tensor, for which the caller's stream waits."""
@@ -57,33 +67,54 @@ class Host(Endpoint):
         return export_array(array, None)
 
 
+class CudaStream:
+    """A stream and its handle as DLPack writes it."""
+
+    __slots__ = ("pointer", "stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self.pointer = stream.cuda_stream or 1  # the legacy default stream, whose handle in torch is 0
+
+
+class CudaOrder(NamedTuple):
+    """What a call on a GPU is ordered on; `idle` where the stream held nothing that JAX would have to wait for."""
+
+    current: CudaStream
+    idle: bool
+
+
 class _Lease(weakref.ref):
     """Keeps an exported array alive; called back when torch has dropped the last tensor on its memory."""
 
     __slots__ = ("address", "array", "streams")
     address: int
     array: jax.Array
-    streams: list[torch.cuda.Stream]
+    streams: list[CudaStream]
 
 
 class Cuda(Endpoint):
     """One GPU.
 
-    JAX waits for the caller's current stream through the stream that it offers to producers; the current stream waits
-    for the results when they are exported. XLA hands memory that nobody holds to its next program without asking
-    torch's streams, so an exported array is held until the streams that used the tensor have passed the point where
-    torch dropped it.
+    JAX waits for the caller's current stream, unless that is idle, through the stream that it offers to producers; the
+    current stream waits for the results when they are exported. XLA hands memory that nobody holds to its next program
+    without asking torch's streams, so an exported array is held until the streams that used the tensor have passed the
+    point where torch dropped it, or a later one: the next call or `collect` marks it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.alignment = ALIGNMENT["cuda"]
+        self.borrows = CAN_ALIAS
         self.jax_device = _jax_device(device)
-        pointer = self.jax_device.get_stream_for_external_ready_events()
-        self._ready, self._pointer = torch.cuda.ExternalStream(pointer, device=device), pointer
-        self._local = threading.local()  # one event a thread: another thread's record must not come between
+        self._pointer = self.jax_device.get_stream_for_external_ready_events()
+        self._ready = torch.cuda.ExternalStream(self._pointer, device=device)
+        self._views = Views(self._import)
+        self._streams: dict[int, CudaStream] = {}
+        self._events: list[torch.cuda.Event] = []  # free ones; each is one thread's from its record to its wait
         self._leases: dict[int, _Lease] = {}
-        self._dropped: deque[tuple[jax.Array, list[torch.cuda.Stream], list[Any]]] = deque()
+        self._dropped: deque[_Lease] = deque()
+        self._marked: deque[tuple[list[torch.cuda.Event], list[jax.Array]]] = deque()
         self._collecting = threading.Lock()
         warn_if_starving(device, self.jax_device)
 
@@ -94,27 +125,33 @@ class Cuda(Endpoint):
                 "call it outside torch.cuda.graph, or use a torch-native function of bridge there"
             )
 
-    def enter(self) -> torch.cuda.Stream:
-        stream = torch.cuda.current_stream(self.device)
-        event = getattr(self._local, "event", None)
-        if event is None:
-            event = self._local.event = torch.cuda.Event()
-        event.record(stream)
-        self._ready.wait_event(event)
-        self.collect()
-        return stream
+    def enter(self) -> CudaOrder:
+        current = self._current()
+        idle = current.stream.query()
+        if self._dropped or self._marked:
+            self._release(current if idle else None)
+        if not idle:
+            event = self._record(current)
+            self._ready.wait_event(event)
+            self._events.append(event)
+        return CudaOrder(current, idle)
 
-    def take(self, tensor: torch.Tensor, order: Order) -> jax.Array:
+    def take(self, tensor: torch.Tensor, order: CudaOrder) -> jax.Array:
         # A block of another stream's pool is reused only after this stream, which will have waited for JAX.
-        tensor.record_stream(order)
-        return import_tensor(tensor, self.jax_device, self._pointer)
+        tensor.record_stream(order.current.stream)
+        return self._import(tensor)
 
-    def give(self, array: jax.Array, order: Order) -> torch.Tensor:
-        # 1 is the legacy default stream, whose handle in torch is 0.
-        tensor = export_array(array, order.cuda_stream or 1)
-        if array.size:
+    def borrow(self, values: list[Any], order: CudaOrder) -> list[Any]:
+        return self._views.arrays(values, order.current.stream, waits=not order.idle)
+
+    def forget(self) -> None:
+        self._views.clear()
+
+    def give(self, array: jax.Array, order: CudaOrder) -> torch.Tensor:
+        tensor = export_array(array, order.current.pointer)
+        if tensor.numel():
             lease = _Lease(tensor.untyped_storage(), self._returned)
-            lease.address, lease.array, lease.streams = tensor.data_ptr(), array, [order]
+            lease.address, lease.array, lease.streams = tensor.data_ptr(), array, [order.current]
             self._leases[id(lease)] = lease
         return tensor
 
@@ -122,40 +159,77 @@ class Cuda(Endpoint):
         address = tensor.untyped_storage().data_ptr()
         leases = [lease for lease in list(self._leases.values()) if lease.address == address]
         for lease in leases:
-            if stream not in lease.streams:
-                lease.streams.append(stream)
+            if all(stream != other.stream for other in lease.streams):
+                lease.streams.append(CudaStream(stream))
         if not leases:
             tensor.record_stream(stream)
 
     def collect(self) -> None:
         """Lets go of exported arrays whose streams have passed the point where torch dropped them."""
-        # Asking an event under capture would end the capture.
-        if not self._dropped or torch.cuda.is_current_stream_capturing():
-            return
+        # Asking an event or a stream under capture would end the capture.
+        if (self._dropped or self._marked) and not torch.cuda.is_current_stream_capturing():
+            self._release()
+
+    def _import(self, tensor: torch.Tensor) -> jax.Array:
+        return import_tensor(tensor, self.jax_device, self._pointer)
+
+    def _current(self) -> CudaStream:
+        handle = current_handle(self.device.index)
+        found = self._streams.get(handle)
+        if found is None:
+            found = self._streams[handle] = CudaStream(torch.cuda.current_stream(self.device))
+        return found
+
+    def _record(self, current: CudaStream) -> torch.cuda.Event:
+        """An event at this point of a stream of this device; it is free again once nobody will ask it."""
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = torch.cuda.Event()
+        event.record(current.stream)
+        return event
+
+    def _release(self, idle: CudaStream | None = None) -> None:
+        """Lets go of dropped arrays whose streams are idle, or have passed their mark; marks those of busy streams."""
         if not self._collecting.acquire(blocking=False):
             return
         try:
+            by_streams: dict[tuple[CudaStream, ...], list[jax.Array]] = {}
             while self._dropped:
-                _, streams, events = self._dropped[0]
-                if streams and not events:  # dropped under capture, when no event could be recorded
-                    events.extend(stream.record_event() for stream in streams)
-                if not all(event.query() for event in events):
-                    return
-                self._dropped.popleft()
+                lease = self._dropped.popleft()
+                by_streams.setdefault(tuple(lease.streams), []).append(lease.array)
+            for streams, arrays in by_streams.items():
+                events = [self._mark(one) for one in streams if one is not idle and not one.stream.query()]
+                if events:
+                    self._marked.append((events, arrays))
+            while self._marked and all(event.query() for event in self._marked[0][0]):
+                events, _ = self._marked.popleft()
+                self._events += [event for event in events if event.device == self.device]
         finally:
             self._collecting.release()
 
+    def _mark(self, used: CudaStream) -> Any:
+        if used.stream.device == self.device:
+            return self._record(used)
+        return used.stream.record_event()  # a stream named by the user may be of another GPU
+
     def _returned(self, lease: _Lease) -> None:
+        # Asks nothing of the GPU, since this may run in the middle of a capture.
         del self._leases[id(lease)]
         if sys.is_finalizing():
             return
-        events: list[Any] = []
-        if not torch.cuda.is_current_stream_capturing():
-            current = torch.cuda.current_stream(self.device)
-            if current not in lease.streams:
-                lease.streams.append(current)
-            events.extend(stream.record_event() for stream in lease.streams)
-        self._dropped.append((lease.array, lease.streams, events))
+        current = self._current()
+        if current not in lease.streams:
+            lease.streams.append(current)
+        self._dropped.append(lease)
+
+
+def _handle_of_current(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# torch.cuda.current_stream makes an object at each call, which costs ten times as much.
+current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _handle_of_current)
 
 
 open_endpoints: dict[torch.device, Endpoint] = {}

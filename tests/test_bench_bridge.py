@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks import bridge as benchmark  # noqa: E402
+from benchmarks import bridge_steps  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +36,11 @@ def test_wrong_and_missing_paths_get_no_figure(monkeypatch):
     assert "median_us" in rows["public DLPack"]
     assert "Mismatched" in rows["wrong"]["reason"] or "not close" in rows["wrong"]["reason"]
     assert rows["absent"]["reason"] == "not installed (absent)"
+
+
+def test_every_step_of_a_call_is_timed(monkeypatch):
+    monkeypatch.setattr(bridge_steps, "CALLS", 2)
+    monkeypatch.setattr(bridge_steps, "SAMPLES", 2)
+    steps = bridge_steps.breakdown(benchmark.two_of_seven, benchmark.tensors_of(benchmark.CASES[0], "cpu"))
+    assert len(steps) == len({name for name, _, _ in steps}) > 10
+    assert all(median >= least > 0 for _, least, median in steps)
