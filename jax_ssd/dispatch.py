@@ -19,10 +19,10 @@ NAMES = ("mosaic_gpu", "triton", "flashinfer", "xla")
 
 # Fastest first. A name that is missing from an operation's row has no kernel for it.
 _TABLE: dict[str, tuple[str, ...]] = {
-    "chunk_scan": ("xla",),
-    "prefill": ("xla",),
-    "selective_state_update": ("xla",),
-    "replay_update": ("xla",),
+    "chunk_scan": ("triton", "xla"),
+    "prefill": ("triton", "xla"),
+    "selective_state_update": ("triton", "xla"),
+    "replay_update": ("triton", "xla"),
 }
 
 Implementation = str | Sequence[str] | None

@@ -102,11 +102,7 @@ def body_lines(node):
     """Lines of a function without its docstring."""
     lines = node.end_lineno - node.lineno + 1
     first = node.body[0]
-    if (
-        isinstance(first, ast.Expr)
-        and isinstance(first.value, ast.Constant)
-        and isinstance(first.value.value, str)
-    ):
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
         lines -= first.end_lineno - first.lineno + 1
     return lines
 
@@ -120,15 +116,11 @@ def comment_runs(text):
         if token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip()
     }
     starts = sorted(line for line in comments if line - 1 not in comments)
-    return [
-        (line, next(n for n in range(1, len(comments) + 1) if line + n not in comments)) for line in starts
-    ]
+    return [(line, next(n for n in range(1, len(comments) + 1) if line + n not in comments)) for line in starts]
 
 
 def test_the_files_are_found():
-    assert {"jax_ssd/api.py", "jax_ssd/problem.py", "tests/test_layout.py"} <= {
-        source.path for source in sources()
-    }
+    assert {"jax_ssd/api.py", "jax_ssd/problem.py", "tests/test_layout.py"} <= {source.path for source in sources()}
 
 
 def test_imports_go_one_way():
@@ -143,9 +135,7 @@ def test_imports_go_one_way():
 
 
 def test_jax_ssd_never_imports_bridge():
-    assert [
-        s.path for s in of_package("jax_ssd") if any(name.split(".")[0] == "bridge" for name in imported(s))
-    ] == []
+    assert [s.path for s in of_package("jax_ssd") if any(name.split(".")[0] == "bridge" for name in imported(s))] == []
 
 
 def test_torch_is_imported_in_the_bridge_only():

@@ -1,0 +1,1 @@
+"""Triton kernels, launched by jax-triton and by torch alike."""
