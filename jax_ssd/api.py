@@ -273,7 +273,7 @@ def rewind(cache: ReplayCache, slots: Array, accepted: Array) -> ReplayCache:
     """
     validate.replay_cache(cache)
     checked, counts = validate.rewind_arrays(cache, slots, accepted)
-    return replay_ops.rewind(cache, checked, counts)
+    return replay_ops.rewind(validate.replay_cache_arrays(cache), checked, counts)
 
 
 def materialize(cache: ReplayCache, A: Array, *, slots: Array | None = None) -> Array:
@@ -292,7 +292,7 @@ def materialize(cache: ReplayCache, A: Array, *, slots: Array | None = None) -> 
     """
     validate.replay_cache(cache)
     decay, checked = validate.materialize_arrays(cache, A, slots)
-    return replay_ops.materialize(cache, decay, checked)
+    return replay_ops.materialize(validate.replay_cache_arrays(cache), decay, checked)
 
 
 def reset(cache: ReplayCache, slots: Array) -> ReplayCache:
@@ -306,7 +306,8 @@ def reset(cache: ReplayCache, slots: Array) -> ReplayCache:
       ValueError, TypeError: a shape, dtype or known slot is wrong.
     """
     validate.replay_cache(cache)
-    return replay_ops.reset(cache, validate.cache_slots(cache, slots))
+    checked = validate.cache_slots(cache, slots)
+    return replay_ops.reset(validate.replay_cache_arrays(cache), checked)
 
 
 def implementations() -> tuple[str, ...]:

@@ -54,9 +54,7 @@ def example_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "has_initial_state": shape(4, dtype=jnp.bool_),
     }
     ring = jax.eval_shape(
-        lambda state: jax_ssd.ReplayCache.from_state(
-            state, ring_size=16, num_groups=num_groups, dtype=jnp.bfloat16
-        ),
+        lambda state: jax_ssd.ReplayCache.from_state(state, ring_size=16, num_groups=num_groups, dtype=jnp.bfloat16),
         pool,
     )
     slots = shape(batch, dtype=jnp.int32)
@@ -153,9 +151,7 @@ def demo(options: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv`, or the process's arguments; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="jax-ssd", description="State space duality (Mamba-2) in JAX and PyTorch."
-    )
+    parser = argparse.ArgumentParser(prog="jax-ssd", description="State space duality (Mamba-2) in JAX and PyTorch.")
     parser.add_argument("--version", action="version", version=f"jax-ssd {jax_ssd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="versions, devices, and which implementation serves which operation")

@@ -47,9 +47,7 @@ class SeedStream:
             if kind != _THREEFRY or shape != ():
                 raise ValueError(f"key: expected one {_THREEFRY} key of shape (), got {kind} {tuple(shape)}.")
         elif dtype != jnp.uint32 or shape != (2,):
-            raise ValueError(
-                f"key: expected one raw {_THREEFRY} key, uint32 (2,), got {dtype} {tuple(shape)}."
-            )
+            raise ValueError(f"key: expected one raw {_THREEFRY} key, uint32 (2,), got {dtype} {tuple(shape)}.")
 
     def seeds(self, step: ArrayLike, micro_batch: ArrayLike = 0) -> jax.Array:
         """The step's seeds.

@@ -218,6 +218,11 @@ def replay_cache(value: Any) -> ReplayCache:
     return value
 
 
+def replay_cache_arrays(cache: ReplayCache) -> ReplayCache:
+    """A checked cache as JAX arrays."""
+    return ReplayCache(*(jnp.asarray(part) for part in cache))
+
+
 def cache_slots(cache: ReplayCache, slots: Any) -> Array:
     """Checked slots (b,) of a replay cache, int32."""
     num_slots = cache.state.shape[0]
@@ -299,7 +304,7 @@ def replay_arrays(call: ReplayCall) -> ReplayArrays:
     return ReplayArrays(
         tokens=tokens,
         parameters=parameters,
-        cache=ReplayCache(*(jnp.asarray(value) for value in call.cache)),
+        cache=replay_cache_arrays(call.cache),
         slots=_row_index(call.slots, tokens.x.shape[0]),
         rounding=call.rounding,
     )
@@ -465,4 +470,4 @@ def _index(value: Any) -> Array | None:
 
 
 def _row_index(value: Any, batch: int) -> Array:
-    return jnp.arange(batch, dtype=jnp.int32) if value is None else checks.as_index(value)
+    return jnp.asarray(np.arange(batch, dtype=np.int32)) if value is None else checks.as_index(value)

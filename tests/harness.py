@@ -50,10 +50,10 @@ def _pulled_back(function, static, wanted, others, cotangents):
 
 # LLVM's optimizer takes more than half of a compilation. The oracle and most gradients do without it; calls, gradients
 # at the sizes of models and in half precision, and repetitions do not.
-QUICKLY = {"xla_backend_optimization_level": 0}
-_call = jax.jit(_called, static_argnums=(0, 1))
+QUICKLY, FULLY = ({"xla_backend_optimization_level": level} for level in (0, 3))
+_call = jax.jit(_called, static_argnums=(0, 1), compiler_options=FULLY)
 _quick_call = jax.jit(_called, static_argnums=(0, 1), compiler_options=QUICKLY)
-_pullback = jax.jit(_pulled_back, static_argnums=(0, 1))
+_pullback = jax.jit(_pulled_back, static_argnums=(0, 1), compiler_options=FULLY)
 _quick_pullback = jax.jit(_pulled_back, static_argnums=(0, 1), compiler_options=QUICKLY)
 
 

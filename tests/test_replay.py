@@ -231,6 +231,7 @@ def test_fold_rounds_what_it_stores(implementation, state_dtype, rounded):
 def test_default_slots_and_materialize_everything(implementation):
     sequence, shared = calls(TOKEN, 2)
     state = np.random.default_rng(2).normal(size=(3, 4, 16, 32)).astype(np.float32)
+    require(implementation, "replay_update", cache=new_cache(state), **sequence[0], **shared, **TOKEN.options())
     first = jax_ssd.replay_update(
         new_cache(state), **sequence[0], **shared, **TOKEN.options(), implementation=implementation
     )
