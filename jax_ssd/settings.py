@@ -235,11 +235,11 @@ def triton_update_tile(problem: UpdateProblem) -> TritonUpdateTile:
 
 
 def jax_triton() -> ModuleType:
-    """The jax_triton package. Importing it empties TRITON_CACHE_DIR, which breaks torch's kernels: undone here."""
+    """The jax_triton package. Importing it, or failing to, empties TRITON_CACHE_DIR, which breaks Triton: undone."""
     kept = os.environ.get("TRITON_CACHE_DIR")
-    module = importlib.import_module("jax_triton")
-    if kept is None:
+    try:
+        return importlib.import_module("jax_triton")
+    finally:
         os.environ.pop("TRITON_CACHE_DIR", None)
-    else:
-        os.environ["TRITON_CACHE_DIR"] = kept
-    return module
+        if kept:
+            os.environ["TRITON_CACHE_DIR"] = kept

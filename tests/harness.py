@@ -27,7 +27,10 @@ def x64_for(dtype):
 def require(implementation, op, /, **arguments):
     """Skip the test where `explain` gives a reason against `implementation` serving this call."""
     arguments.pop("implementation", None)
-    for verdict in jax_ssd.explain(op, **arguments):
+    wide = any(getattr(leaf, "dtype", None) == FLOAT64 for leaf in jax.tree.leaves(arguments))
+    with x64_for(FLOAT64 if wide else FLOAT32):
+        verdicts = jax_ssd.explain(op, **arguments)
+    for verdict in verdicts:
         if verdict.name == implementation and verdict.reason is not None:
             pytest.skip(f"{implementation}: {verdict.reason}")
 

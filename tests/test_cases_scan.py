@@ -5,8 +5,11 @@ only, so that every head and channel repeats the scalar problem.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -285,16 +288,35 @@ def test_C13_every_combination_has_every_gradient(implementation, present):
         check(slope, expected[name], FLOAT32, "gradient", name=name)
 
 
+def repeated_gradients(implementation):
+    """Results and gradients of one call with a random cotangent."""
+    arguments = BY_NAME["documents"].arrays(BFLOAT16) | BY_NAME["documents"].options()
+    require(implementation, "chunk_scan", **arguments)
+    arguments["implementation"] = implementation
+    cotangents = random_cotangents(jax_ssd.chunk_scan, 11, **arguments)
+    return gradients(jax_ssd.chunk_scan, cotangents, quick=False, **arguments)
+
+
+def gradient_digest(implementation):
+    """A hash of every bit of `repeated_gradients`."""
+    leaves = jax.tree.leaves(repeated_gradients(implementation))
+    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
+
+
 @over_implementations
 def test_C14_gradients_repeat(implementation):
     """20 repeats with a random cotangent, half of them with the other calls' memory in between."""
-    case = BY_NAME["documents"]
-    arguments = case.arrays(BFLOAT16) | case.options() | {"implementation": implementation}
-    require(implementation, "chunk_scan", **arguments)
-    cotangents = random_cotangents(jax_ssd.chunk_scan, 11, **arguments)
-    first = gradients(jax_ssd.chunk_scan, cotangents, quick=False, **arguments)
+    first = repeated_gradients(implementation)
     for _ in range(20):
-        assert same_bits(first, gradients(jax_ssd.chunk_scan, cotangents, quick=False, **arguments))
+        assert same_bits(first, repeated_gradients(implementation))
+
+
+@over_implementations
+def test_C14_a_second_process_gives_the_same_gradients(implementation):
+    expected = gradient_digest(implementation)
+    program = f"from tests import conftest, test_cases_scan as t; print(t.gradient_digest({implementation!r}))"
+    second = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert second.stdout.split()[-1] == expected
 
 
 SHAPES = {

@@ -1,7 +1,6 @@
 """Triton decode kernels without a GPU: interpreted, compiled for CUDA, and lowered from JAX."""
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 
 import jax
@@ -257,7 +256,7 @@ def test_loads_and_stores_of_the_state_are_16_bytes_wide():
 
 def _has_jax_triton():
     try:
-        importlib.import_module("jax_triton")
+        settings.jax_triton()
     except ImportError:
         return False
     return True

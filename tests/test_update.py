@@ -1,6 +1,7 @@
 """`selective_state_update` against the oracle and against the scan: values, slots, rollback, padding and rounding."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from tests.harness import (
     FLOAT16,
     FLOAT32,
     FLOAT64,
+    FULLY,
     call,
     exact,
     oracle,
@@ -278,7 +280,7 @@ def test_layer_and_seeds_may_be_traced(implementation):
 
     traces = []
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FULLY)
     def rounded(seeds, layer, arrays):
         traces.append(layer)
         rounding = jax_ssd.StochasticRounding(seeds, layer)

@@ -21,10 +21,10 @@ _Result = TypeVar("_Result")
 def device_reason(device: DeviceInfo) -> str | None:
     """Why Triton kernels cannot run on a device from this process, or None."""
     if device.platform != "gpu" or device.compute_capability is None:
-        return f"triton: needs an NVIDIA GPU, got {device.platform}."
+        return f"needs an NVIDIA GPU, got {device.platform}."
     if device.compute_capability < (8, 0):
         version = ".".join(map(str, device.compute_capability))
-        return f"triton: needs compute capability 8.0 or higher, got {version}."
+        return f"needs compute capability 8.0 or higher, got {version}."
     return _missing()
 
 
@@ -32,11 +32,11 @@ def device_reason(device: DeviceInfo) -> str | None:
 def _missing() -> str | None:
     """What keeps this process from launching kernels. jax_triton refuses to be imported without JAX's CUDA plugin."""
     if importlib.util.find_spec("triton") is None:
-        return "triton: triton is not installed."
+        return "triton is not installed."
     try:
         settings.jax_triton()
     except ImportError as fault:
-        return f"triton: jax_triton cannot be imported: {fault}."
+        return f"jax_triton cannot be imported: {fault}."
     return None
 
 

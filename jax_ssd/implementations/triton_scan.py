@@ -59,13 +59,13 @@ def supports(problem: ScanProblem, device: DeviceInfo) -> str | None:
 def unsupported(problem: ScanProblem, device: DeviceInfo) -> str | None:
     """Why the kernels cannot serve a problem on an NVIDIA GPU, or None."""
     if "float64" in (problem.dtype, problem.state_dtype, problem.cache and problem.cache.dtype):
-        return "triton: computes in float32, got float64."
+        return "computes in float32, got float64."
     if problem.sizes.dstate > _LARGEST_DSTATE:
-        return f"triton: needs a dstate of at most {_LARGEST_DSTATE}, got {problem.sizes.dstate}."
+        return f"needs a dstate of at most {_LARGEST_DSTATE}, got {problem.sizes.dstate}."
     if not (problem.num_tokens and problem.num_seqs):
-        return "triton: has nothing to launch for an empty call."
+        return "has nothing to launch for an empty call."
     if _tile(problem, device) is None:
-        return f"triton: no tile fits {device.shared_memory_per_block} bytes of shared memory."
+        return f"no tile fits {device.shared_memory_per_block} bytes of shared memory."
     return None
 
 

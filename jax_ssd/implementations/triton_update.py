@@ -28,16 +28,16 @@ def supports(problem: UpdateProblem, device: DeviceInfo) -> str | None:
 def unsupported(problem: UpdateProblem) -> str | None:
     """Why the kernels cannot serve a problem on any device, or None."""
     if "float64" in (problem.dtype, problem.cache.dtype):
-        return "triton: computes in float32, got float64."
+        return "computes in float32, got float64."
     dstate = problem.sizes.dstate
     if dstate % 8 or dstate > _LARGEST_DSTATE:
-        return f"triton: needs a dstate that is a multiple of 8 up to {_LARGEST_DSTATE}, got {dstate}."
+        return f"needs a dstate that is a multiple of 8 up to {_LARGEST_DSTATE}, got {dstate}."
     if problem.num_tokens > _MOST_TOKENS:
-        return f"triton: takes at most {_MOST_TOKENS} tokens a call, got {problem.num_tokens}."
+        return f"takes at most {_MOST_TOKENS} tokens a call, got {problem.num_tokens}."
     if problem.ring_size is not None and problem.ring_size > _LARGEST_RING:
-        return f"triton: takes rings of at most {_LARGEST_RING} tokens, got {problem.ring_size}."
+        return f"takes rings of at most {_LARGEST_RING} tokens, got {problem.ring_size}."
     if not (problem.batch and problem.num_tokens and problem.cache.num_slots):
-        return "triton: has nothing to launch for an empty call."
+        return "has nothing to launch for an empty call."
     return None
 
 
